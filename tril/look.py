@@ -284,7 +284,7 @@ class Captured(TorchFunctionMode):
         one.
         """
         is_single = call.shape[1] == 1 and output.dim() < 4  # perhaps one of several that are joined
-        if not (self.is_open and is_single and call.is_like(self.layers[-1][0])):
+        if not (self.is_open and is_single and call.common == self.layers[-1][0].common):
             self.layers.append([])
             self.outputs = []
         B, H, T, _ = call.shape

@@ -101,10 +101,10 @@ class Call:
         """The precision of the weights shown: float32, or float64 of a float64 model."""
         return torch.promote_types(self.values.dtype, torch.float32)
 
-    def is_like(self, other: "Call") -> bool:
-        """Return whether two calls may be of one layer: alike, with one mask and scale."""
-        pairs = [(vars(call).get("scale"), id(vars(call).get("mask"))) for call in (self, other)]
-        return type(self) is type(other) and self.shape == other.shape and pairs[0] == pairs[1]
+    @property
+    def common(self) -> tuple:
+        """What calls of one layer have in common."""
+        return type(self), self.shape, vars(self).get("scale"), id(vars(self).get("mask"))
 
     def of_head(self, head: int) -> "Call":
         """Return this call with one head alone, and the keys, values and mask that it may share with others.
