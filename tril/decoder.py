@@ -109,7 +109,7 @@ LAYOUTS = {  # how an output becomes (*ids.shape, V)
     ".unflatten(0, ids.shape)": lambda x, ids: x.unflatten(0, ids.shape),
     "[0]": lambda x, ids: x[0],
 }
-PLAIN = ("", "[0]", ".logits", "['logits']")  # places of logits where `logits_of` finds them
+PLAIN = re.compile(r".+\((input_ids=)?ids\)(\[0\]|\.logits|\['logits'\])?")  # calls whose logits `logits_of` finds
 OF_LOSS = ", logits as its cross_entropy got them"
 
 
@@ -174,8 +174,8 @@ class Decoder:
 
     def as_module(self) -> nn.Module:
         """Return a module from ids to logits: the model itself, if it is called with ids alone and returns them."""
-        takes_ids = self.form == "ids" and self.passed in ((), ("input_ids",)) and self.function is self.module
-        return self.module if takes_ids and self.place + self.layout in PLAIN else Called(self)
+        is_plain = self.function is self.module and PLAIN.fullmatch(str(self))
+        return self.module if is_plain else Called(self)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of what the model is given as it is, (*ids.shape, V)."""
