@@ -314,8 +314,7 @@ class Captured(TorchFunctionMode):
         """L, B, H and T. Raises UserError if there is no layer, or if they differ in sequences, heads or tokens."""
         shapes = [call.shape for call in self.calls]
         if len(set(shapes)) > 1:
-            unmasked = f"; not shown: {UNMASKED}" if UNMASKED in self.left_out else ""
-            raise UserError(f"expected all layers to have the same (B, H, T, T_key), got {shapes}{unmasked}")
+            raise UserError(f"expected all layers to have the same (B, H, T, T_key), got {shapes}")
         return len(shapes), *shapes[0][:3]
 
     def pattern(self, layer: int, head: int) -> Tensor:
