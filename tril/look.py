@@ -60,12 +60,12 @@ class Captured(TorchFunctionMode):
         super().__init__()
         self.edits = edits or {}
         self.is_inside = False  # of the model
-        self.begin(None)
+        self.begin()
 
-    def begin(self, text: tuple[int, int] | None) -> None:
-        """Forget the forward pass before. text: B and T of the token ids."""
-        self.text = text
-        self.text_of_call = text  # B = 1 if the last linear layer has read one text
+    def begin(self) -> None:
+        """Forget the forward pass before."""
+        self.text = None  # B and T of the token ids, if known
+        self.at_once = 1  # of the texts, so many has the last linear layer read
         self.has_dropout = False
         self.projections = {}  # layer -> weight of the nn.Linear that reads its output as it is
         self.layers: list[list[Call]] = []  # of each its calls, of several heads or of one each
@@ -82,7 +82,10 @@ class Captured(TorchFunctionMode):
             return
         given = tensors((args, kwargs))
         ids = [x for x in given if x.dim() in (1, 2) and not x.is_floating_point() and x.dtype != torch.bool]
-        self.begin(tuple(torch.atleast_2d(max(ids, key=torch.numel)).shape) if ids else None)
+        self.begin()
+        if ids:
+            self.text = tuple(torch.atleast_2d(max(ids, key=torch.numel)).shape)
+            self.at_once = self.text[0]
         self.is_inside = not isinstance(module, nn.Embedding)
 
     def leave(self, *_: object) -> None:
@@ -187,7 +190,7 @@ class Captured(TorchFunctionMode):
         is_flat = query.dim() == 3  # the heads may be joined with the batch
         B = len(query)
         if self.text:
-            B = num_texts(self.text_of_call, B) if is_flat else B
+            B = num_texts(self.at_once, B) if is_flat else B
             is_whole &= T_query == self.text[1] and B in (1, self.text[0])
         if not is_past or not is_whole or query.dim() not in (3, 4):
             shapes = f"queries {tuple(query.shape)} of keys {tuple(key.shape)}"
@@ -225,7 +228,7 @@ class Captured(TorchFunctionMode):
             self.note("an einsum of three factors cannot be looked into", given)
         is_doubtful = any(x in self.exponentials for x in given)
         reasons = []
-        for weights, values, order, is_flat in find_attention(name, arguments, output, self.text, self.text_of_call):
+        for weights, values, order, is_flat in find_attention(name, arguments, output, self.text, self.at_once):
             call = WrittenOut(values, weights.clone())
             reason = self.judge(call, is_doubtful)
             if reason is None:
@@ -261,7 +264,7 @@ class Captured(TorchFunctionMode):
         """Store the weight if it reads the output of the last layer as it is. Join texts that attended one by one."""
         if self.text:
             is_one = input.numel() == self.text[1] * input.size(-1)
-            self.text_of_call = (1, self.text[1]) if is_one else self.text
+            self.at_once = 1 if is_one else self.text[0]
         heads = [heads for _, heads in self.outputs]
         if self.text and len(self.flat) == self.text[0] > 1:
             texts = torch.stack([x.flatten(0, 1) for x in self.flat])  # (B, H, T, D)

@@ -27,9 +27,9 @@ def is_plain(x: Tensor) -> bool:
     return x.layout == torch.strided and not x.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def num_texts(text: tuple[int, int], num: int) -> int:
-    """Return of how many texts an axis is that holds so many heads of texts: of all, or of one."""
-    return text[0] if num % text[0] == 0 else 1
+def num_texts(B: int, num: int) -> int:
+    """Return of how many texts an axis is that holds so many heads of texts: of all B, or of one."""
+    return B if num % B == 0 else 1
 
 
 def axes_of(name: str, arguments: Sequence, output: Tensor) -> list[tuple[Tensor, str]]:
@@ -54,7 +54,7 @@ def axes_of(name: str, arguments: Sequence, output: Tensor) -> list[tuple[Tensor
 
 
 def find_attention(
-    name: str, arguments: Sequence, output: Tensor, text: tuple[int, int] | None, flat: tuple[int, int] | None
+    name: str, arguments: Sequence, output: Tensor, text: tuple[int, int] | None, at_once: int
 ) -> Iterator[tuple]:
     """Yield how the factors of a product may be weights and values, the likeliest way first.
 
@@ -62,7 +62,7 @@ def find_attention(
     output as batch and heads, queries, width, and whether batch and heads are one axis.
 
     name, arguments: as for `axes_of`; text: B and T of the token ids, if known. Without them the first axis of the
-    weights is the batch. Of batch and heads in one axis the batch comes first. flat: B and T where these are one axis.
+    weights is the batch. Of batch and heads in one axis the batch comes first. at_once: B where these are one axis.
     """
     pairs = axes_of(name, arguments, output)
     # The sizes of the output count last: an axis of a factor may be one that is repeated.
@@ -80,7 +80,7 @@ def find_attention(
         for query in reversed(of_weights):
             heads = "".join(axis for axis in of_weights if axis not in key + query)
             num = math.prod(sizes[axis] for axis in heads)
-            B = num_texts(flat if len(heads) == 1 else text, num) if text else sizes.get(heads[:1], 1)
+            B = num_texts(at_once if len(heads) == 1 else text[0], num) if text else sizes.get(heads[:1], 1)
             is_whole = text is None or sizes[query] == text[1]
             if query in of_values or not is_whole or (heads and not {*heads} & {*of_values}):
                 continue

@@ -44,9 +44,9 @@ class Stream(Writers):
 
     not_linear = NOT_LINEAR | {"linear"}
 
-    def begin(self, text: tuple[int, int] | None) -> None:
+    def begin(self) -> None:
         """Forget the forward pass before."""
-        super().begin(text)
+        super().begin()
         self.added = {}  # layer -> the place of what its output projection writes
         self.last = None  # the input, the weight and the output of the last linear layer
 

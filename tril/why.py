@@ -76,9 +76,9 @@ class Writers(Captured):
     stored = staticmethod(Tensor.clone)  # queries and keys as they are made
     not_linear = NOT_LINEAR
 
-    def begin(self, text: tuple[int, int] | None) -> None:
+    def begin(self) -> None:
         """Forget the forward pass before."""
-        super().begin(text)
+        super().begin()
         self.written: list[tuple[list[str], TensorWeakRef]] = []  # by whom, and what; of heads all of a call
 
     def write(self, names: list[str], x: Tensor) -> Tensor:
