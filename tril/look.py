@@ -42,6 +42,8 @@ NOT_PLAIN = "what is nested or sparse, or inside torch.vmap, cannot be looked in
 NUMERATORS = "numerators, which are divided by their sums after the product with the values"
 UNMASKED = "attention without a causal mask, to the text itself or to a memory as long"
 
+HIDING = (F.multi_head_attention_forward, F.normalize)  # functions in Python that would hide what they call
+
 Edits = Mapping[Head, Callable[[Tensor], Tensor]]  # head -> function of its output, (B, T, D) -> what goes on
 
 
@@ -110,8 +112,8 @@ class Captured(TorchFunctionMode):
         """Call a function of PyTorch. See what it does if it attends."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func is F.multi_head_attention_forward:  # which would hide what it calls
-            with patch.object(F, "has_torch_function", lambda _: False), self:
+        if func in HIDING:
+            with patch.multiple(F, has_torch_function=never, has_torch_function_variadic=never), self:
                 return func(*args, **kwargs)
         output = func(*args, **kwargs)
         if self.is_open or self.exponentials or name == "exp":
@@ -355,6 +357,11 @@ class Captured(TorchFunctionMode):
         Raises NotTheKernels if an error is larger than rounding explains.
         """
         return {layer: call.prove(layer) for layer, call in enumerate(self.calls)}
+
+
+def never(*_: object) -> bool:
+    """Answer a function of PyTorch that asks whether a mode is to be called in its place."""
+    return False
 
 
 def is_same(heads: Tensor, input: Tensor) -> bool:

@@ -51,11 +51,6 @@ def layer_norm(x: Tensor, shape: object, weight: object = None, bias: object = N
     return x if bias is None else x + bias
 
 
-def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: object) -> Tensor:
-    """Normalise as `F.normalize`, in steps."""
-    return x / x.norm(p, dim, keepdim=True).clamp_min(eps)
-
-
 def rms_norm(x: Tensor, shape: object, weight: object = None, eps: float | None = None) -> Tensor:
     """Normalise as `F.rms_norm`, in steps."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -63,7 +58,7 @@ def rms_norm(x: Tensor, shape: object, weight: object = None, eps: float | None 
     return x if weight is None else x * weight
 
 
-IN_STEPS = {F.layer_norm: layer_norm, F.normalize: normalize, F.rms_norm: rms_norm}
+IN_STEPS = {F.layer_norm: layer_norm, F.rms_norm: rms_norm}
 
 
 class Writers(Captured):
