@@ -165,7 +165,6 @@ class Decoder:
 
     def __call__(self, idx: Tensor) -> Tensor:
         """Return the logits of all positions."""
-        idx = idx.to(device_of(self.module))
         if self.form == "text":
             return torch.stack([self.logits(text) for text in idx])
         if self.form == "ids.T":
