@@ -38,7 +38,6 @@ LEAK = 0.01  # the largest share of a row that later tokens may have, if its mas
 MOST_REASONS = 3  # in a sentence
 UNSEEN = "no attention of a text to itself and its past was seen"
 NOWHERE = "nor a product: a compiled or scripted graph, and a kernel of another library, cannot be looked into"
-NOT_PLAIN = "what is nested or sparse, or inside torch.vmap, cannot be looked into"
 NUMERATORS = "numerators, which are divided by their sums after the product with the values"
 UNMASKED = "attention without a causal mask, to the text itself or to a memory as long"
 
@@ -120,11 +119,14 @@ class Captured(TorchFunctionMode):
             self.follow(name, args, kwargs, output)
         if name == "flex_attention":
             return self.see_flex(func, output, *args)
-        if func is F.scaled_dot_product_attention:
+        is_kernel = func is F.scaled_dot_product_attention
+        if (is_kernel or name in PRODUCTS) and not all(map(is_plain, tensors((args, kwargs)))):
+            self.left_out.append("what is nested or sparse, or inside torch.vmap, cannot be looked into")
+        elif is_kernel:
             return self.see_kernel(output, *args, **kwargs)
-        if name in PRODUCTS:
+        elif name in PRODUCTS:
             return self.see_product(name, (args, kwargs), output)
-        if name == "tensordot":
+        elif name == "tensordot":
             self.note("torch.tensordot cannot be looked into", args)
         elif name in ("mul", "__mul__"):
             weights = [x for x in tensors(args) if x.dim() > 3 and x.size(-1) == 1]  # (..., T, T, 1)
@@ -175,9 +177,6 @@ class Captured(TorchFunctionMode):
         **_: object,
     ) -> Tensor:
         """Store a call of the fused kernel. Return its output, perhaps with heads changed."""
-        if not all(map(is_plain, (query, key, value))):
-            self.left_out.append(NOT_PLAIN)
-            return output
         T_query, T_key = query.size(-2), key.size(-2)
         mask = output.new_zeros(1, 1, T_query, T_key)  # in the precision of the inputs, or to which autocast casts them
         if is_causal:
@@ -223,9 +222,6 @@ class Captured(TorchFunctionMode):
         Weights and values are detached: what is asked of them must leave no trace for autograd.
         """
         given = tensors(arguments)
-        if not all(map(is_plain, given)):
-            self.left_out.append(NOT_PLAIN)
-            return output
         if len(given) > 2 and name == "einsum":
             self.note("an einsum of three factors cannot be looked into", given)
         is_doubtful = any(x in self.exponentials for x in given)
@@ -248,7 +244,7 @@ class Captured(TorchFunctionMode):
         is_doubtful: whether they may be numerators.
         """
         T_query, T_key = call.shape[2:]
-        shape = f"weights {tuple(call.source.shape)}"
+        shape = f"weights {call.shape}"
         if not call.source.min() >= 0:
             return ""
         least, most, later = call.prove(len(self.layers))
@@ -258,7 +254,7 @@ class Captured(TorchFunctionMode):
             is_past = T_query < T_key and later == 0 and call.source[..., -1].any()
         if is_past and 0 < most <= (MOST_SUM if self.has_dropout else 1 + rounding):
             return None
-        if call.sums_to_one and not is_past:
+        if not is_past and call.sums_to_one:
             return UNMASKED if T_query == T_key else shape
         return f"{shape} whose rows sum to {least:.2f} to {most:.2f}" if (is_past and most) or is_doubtful else ""
 
