@@ -33,7 +33,7 @@ from cli.options import parse
 from cli.script import read_prompt, run_script
 from errors import UserError, check_numbers
 from files import expand
-from inspection.checkpoints import inspect_checkpoint, opened
+from inspection.checkpoints import inspect_heads, opened
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 from model.sampling import Sampler
@@ -106,15 +106,15 @@ def main() -> None:
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
     text = read_prompt(options.text) if options.text or options.generate else None
     earlier = []  # what a page shows of the checkpoints before the last
-    last = inspect_checkpoint(
+    last = inspect_heads(
         checkpoints[-1],
-        device,
         text,
+        options.heads,
+        options.ablate,
+        options.device,
         Path(options.corpus) if options.corpus else None,
-        num_tokens=options.generate,
-        sampler=options.sampler,
-        asked=options.heads,
-        ablation=options.ablate,
+        options.generate,
+        options.sampler,
     )
     if are_two:
         both = compare(last, replace(last, **opened(checkpoints[0], device)))

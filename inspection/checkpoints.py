@@ -58,45 +58,30 @@ def inspect_heads(
     heads: str | Sequence[str] = (),
     ablate: Ablation | None = None,
     device: str = "auto",
-    corpus: Text | None = None,
+    corpus: Text | Path | None = None,
+    num_tokens: int = 0,
+    sampler: Sampler | None = None,
 ) -> Inspection:
     """Inspect a run, a checkpoint, a Hugging Face model directory, or a model OWNER/NAME of the hub.
 
     As `tril.inspect_heads`, with what a checkpoint has of its own: its tokenizer, and its validation text, which text
-    or corpus None stands for, if it is on this machine. device: as for `find_device`.
-    """
-    checkpoint = find_checkpoint(place)
-    found = inspect_checkpoint(checkpoint, find_device(device), text, corpus, asked=heads, ablation=ablate)
-    len(found.heads)  # raises now if nothing can be shown
-    return found
+    or corpus None stands for, if it is on this machine.
 
-
-@torch.no_grad()
-def inspect_checkpoint(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    text: Text | None = None,
-    corpus: Text | Path | None = None,
-    num_tokens: int = 0,
-    sampler: Sampler | None = None,
-    **options: object,
-) -> Inspection:
-    """Open a checkpoint; see `inspect_heads`.
-
+    device: as for `find_device`.
     corpus: a Path is read as a source of data is, a table by its rows.
     num_tokens: so many tokens the model adds to the text, as the sampler chooses; fewer if that fills the context.
-    options: fields of `Inspection`.
 
-    Raises UserError if there is no text, or if the tokenizer has more tokens than the model.
+    Raises UserError also if there is no text, or if the tokenizer has more tokens than the model.
     """
-    decoder, names, name = opened(checkpoint, device).values()
+    checkpoint = find_checkpoint(place)
+    decoder, names, name = opened(checkpoint, find_device(device)).values()
     names.tokenizer.check_fits(decoder.num_ids)
     seen = checkpoint.trainer.get(PROBE_TOKENS, [])
     if isinstance(corpus, Path):
         read = documents(DataConfig(source=str(corpus)))
         corpus = [token for document in read for token in names.ids("".join(document))]
     long = validation_text(checkpoint) if corpus is None else names.ids(corpus)
-    options |= {"name": name, "corpus": long}
+    options = {"name": name, "corpus": long, "asked": heads, "ablation": ablate}
     if seen:
         options["pool"] = "validation text"
     if text is not None:
@@ -106,16 +91,18 @@ def inspect_checkpoint(
         if num_tokens:
             full = ", then the context was full" if found.num_generated < num_tokens else ""
             found.text_note += f", of which the model wrote {found.num_generated}{full}"
-        return found
-    if long is None:
+    elif long is None:
         raise UserError(
             "its validation text is not on this machine: give a text with --text, or a long one with --corpus"
         )
-    _, texts = draw_texts(long, min(decoder.context_length or TEXT_LENGTH, TEXT_LENGTH), NUM_TEXTS)
-    shown = texts[0, :SHOWN_LENGTH].tolist()
-    origin = "its validation text" if corpus is None else "the corpus"
-    options["text_note"] = f"{len(texts)} x {texts.size(1)} tokens of {origin}, in pictures the first {len(shown)}"
-    return inspection_of(decoder, names, shown, texts, seen, **options)
+    else:
+        _, texts = draw_texts(long, min(decoder.context_length or TEXT_LENGTH, TEXT_LENGTH), NUM_TEXTS)
+        shown = texts[0, :SHOWN_LENGTH].tolist()
+        origin = "its validation text" if corpus is None else "the corpus"
+        options["text_note"] = f"{len(texts)} x {texts.size(1)} tokens of {origin}, in pictures the first {len(shown)}"
+        found = inspection_of(decoder, names, shown, texts, seen, **options)
+    len(found.heads)  # raises now if nothing can be shown
+    return found
 
 
 def opened(checkpoint: Checkpoint, device: torch.device) -> dict[str, object]:

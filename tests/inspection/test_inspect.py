@@ -15,7 +15,7 @@ import inspect_attention
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from inspection import inspect_heads
-from inspection.checkpoints import OurNames, inspect_checkpoint, name_of_model, open_model
+from inspection.checkpoints import OurNames, name_of_model, open_model
 from model import GPT
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name
@@ -96,7 +96,7 @@ def test_the_log_of_a_run_and_its_inspection_have_the_same_induction(run, straig
     logged = metrics(straight, "heads")[12]
     checkpoint = find_checkpoint(straight)
     for text in (None, TEXT):
-        found = inspect_checkpoint(checkpoint, torch.device("cpu"), text)
+        found = inspect_heads(checkpoint, text, device="cpu")
         scores = found.scores
         assert scores.mean.keys() == logged.keys()
         for name in ("induction", "induction_control", "duplicate"):
