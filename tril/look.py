@@ -381,8 +381,9 @@ def capture(model: nn.Module, edits: Edits | None = None, kind: type[Captured] =
     captured = kind(edits)
     # Parts of a model may be called without it, as `GPT.generate` does.
     embedding = next((part for part in model.modules() if isinstance(part, nn.Embedding)), model)
-    # To import it takes a second, and it is there if anything is compiled.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    # To import it takes a second, and it is there if anything is compiled, as FlexAttention is when it is called.
+    compiles = {"torch._dynamo", "torch.nn.attention.flex_attention"} & sys.modules.keys()
+    eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
     with (
         model.register_forward_pre_hook(captured.enter, with_kwargs=True),
         embedding.register_forward_pre_hook(captured.enter, with_kwargs=True),

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import repeat_kv
+from tests.conftest import run_python
 from tests.tril import zoo
 from tests.tril.test_capture import run_captured
 from tests.tril.zoo import B, H, T, V, attend, causal, drawn, flat, masked, scores, seen_as, weigh
@@ -295,3 +296,19 @@ def test_flex_attention_is_asked_for_its_weights() -> None:
     with capture(nn.Module()) as att:
         flex_attention(q, k, v, enable_gqa=True)
     assert att.left_out == [UNMASKED] and not att.layers
+
+
+FIRST = """
+import sys, torch, tril
+from torch.nn.attention.flex_attention import flex_attention
+assert "torch._dynamo" not in sys.modules
+x = torch.randn(1, 3, 7, 5)
+with torch.no_grad(), tril.capture(torch.nn.Module()) as att:
+    flex_attention(x, x, x, score_mod=lambda score, b, h, i, j: torch.where(i >= j, score, -torch.inf))
+assert att.pattern(0, 2).shape == (1, 7, 7)
+"""
+
+
+def test_flex_attention_is_seen_also_in_the_first_call_of_a_process() -> None:
+    done = run_python("-W", "ignore", "-c", FIRST)
+    assert done.returncode == 0, done.stderr
