@@ -111,6 +111,8 @@ def make_stacks(model: nn.Module) -> Stacks:
     for layer in model.modules():
         if isinstance(layer, CausalSelfAttention):
             for parts in zip(*(each.parameters() for each in (layer.q_proj, layer.k_proj, layer.v_proj)), strict=False):
+                if len({part.shape[1:] for part in parts}) > 1:  # one layer has an adapter, whose parameters are others
+                    continue
                 stack, end = torch.cat(parts), 0
                 for part in parts:
                     stacks[part] = stack, slice(end, end := end + len(part))
@@ -121,12 +123,14 @@ class FewKernels(TorchFunctionMode):
     """Computes once what a step repeats: fewer kernels, and the same numbers up to rounding.
 
     Layers of one input whose weights are stacked are one product. Rows that all layers read, of the mask and of the
-    rotary tables, are read once, and the mask is made the numbers that a kernel adds to the scores.
+    rotary tables, are read once, and the mask is made the numbers that a kernel adds to the scores. Nothing else is
+    remembered: a model may write into a tensor, such as the residual stream, between two calls with it.
     """
 
-    def __init__(self, stacks: Stacks):
+    def __init__(self, stacks: Stacks, position: Tensor):
         super().__init__()
         self.stacks = stacks
+        self.rows = {position}  # and what was read by it
         self.results = {}
 
     def once(self, function: Callable, *args: object, **kwargs: object) -> Tensor:
@@ -137,15 +141,21 @@ class FewKernels(TorchFunctionMode):
         return self.results[key]
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        if func is F.linear and args[1] in self.stacks:
+        if func is F.linear and len(args) == 3 and args[1] in self.stacks:
             x, weight, bias = args
             stack, columns = self.stacks[weight]
-            return self.once(F.linear, x, stack, bias if bias is None else self.stacks[bias][0])[..., columns]
-        if func is F.scaled_dot_product_attention and len(args) > 3 and args[3].dtype == torch.bool:
+            biases, places = (None, columns) if bias is None else self.stacks.get(bias, (None, None))
+            if places == columns:  # not so if a weight is tied to another with a bias of its own, or has an adapter
+                return self.once(F.linear, x, stack, biases)[..., columns]
+        if func is F.scaled_dot_product_attention and {*args[3:4]} & self.rows and args[3].dtype == torch.bool:
             numbers = self.once(torch.where, args[3], 0.0, -torch.inf)
             args = (*args[:3], self.once(Tensor.to, numbers, args[0].dtype), *args[4:])
         kwargs = kwargs or {}
-        return self.once(func, *args, **kwargs) if func in (Tensor.__getitem__, Tensor.to) else func(*args, **kwargs)
+        if func in (Tensor.__getitem__, Tensor.to) and {*filter(torch.is_tensor, tree_leaves(args))} & self.rows:
+            rows = self.once(func, *args, **kwargs)
+            self.rows.add(rows)
+            return rows
+        return func(*args, **kwargs)
 
 
 def record_step(model: nn.Module, caches: list[LayerCache], stacks: Stacks, token: Tensor, read: Read) -> Read:
@@ -159,7 +169,7 @@ def record_step(model: nn.Module, caches: list[LayerCache], stacks: Stacks, toke
     steps = [StepCache(cache, position) for cache in caches]
 
     def work() -> Tensor:
-        with FewKernels(stacks):
+        with FewKernels(stacks, position):
             return model.logits(model.hidden(token, steps)[:, -1])
 
     try:
