@@ -94,7 +94,8 @@ class Tokenizer:
         ids += [number for number, token in self.added.items() if not token.special]
         ids += self.document_start
         self.vocab_size = max(ids) + 1
-        self.decoders = str(library.decoder)  # names each of its steps
+        # JSON with the names of all steps. The text of the decoder itself is cut after five of them.
+        self.decoders = str(library.decoder and library.decoder.__getstate__())
 
     def check_fits(self, rows: int) -> None:
         """Raise UserError if a text can have an id that a model with this many embeddings has no embedding for."""
@@ -137,9 +138,9 @@ class Tokenizer:
         spelled = self.library.id_to_token(token) or ""
         if token in self.added:
             return spelled.encode()
-        if "ByteFallback" in self.decoders and (byte := re.fullmatch("<0x([0-9A-F]{2})>", spelled)):
+        if '"ByteFallback"' in self.decoders and (byte := re.fullmatch("<0x([0-9A-F]{2})>", spelled)):
             return bytes.fromhex(byte[1])
-        if "ByteLevel" in self.decoders and set(spelled) <= set(ALPHABET):
+        if '"ByteLevel"' in self.decoders and set(spelled) <= set(ALPHABET):
             return to_bytes(spelled)
         return spelled.replace("\u2581", " ").encode()  # SentencePiece's sign for a space (Kudo and Richardson 2018)
 

@@ -31,8 +31,8 @@ def llama() -> tokenizers.Tokenizer:
     """As of Llama 2: every space is ▁, with one more in front, and unknown characters are bytes."""
     learner = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     learner.pre_tokenizer = pre_tokenizers.Metaspace()  # no token has several words
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    learner.decoder = decoders.Sequence(steps)
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    learner.decoder = decoders.Sequence([decoders.Replace("▁", " ")] * 5 + steps)  # more than its str() has
     alphabet = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(
         vocab_size=337, special_tokens=alphabet, limit_alphabet=31, max_token_length=7, show_progress=False
