@@ -59,7 +59,7 @@ def read_config(argv: list[str]) -> Config:
     with errors_as_user_error("a run needs names and texts in UTF-8: rename the file or folder"):
         "".join(argv).encode()
     asked = parse(Config, [word for word in argv if word not in ("-h", "--help")])
-    if str(argv).count("--data.source") > 1:
+    if [word.partition("=")[0] for word in argv].count("--data.source") > 1:
         raise UserError("--data.source was given twice: give a folder or a quoted glob that has all of the text")
     given = names_in(argv)
     if asked.resume is not None:

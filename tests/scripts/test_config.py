@@ -38,6 +38,8 @@ def test_command_line_over_file_over_defaults(tmp_path: Path, monkeypatch: pytes
     assert (config.model.n_layer, config.model.bias, config.model.n_head) == (5, False, 4)
     assert (config.train.learning_rate, config.train.max_steps) == (6e-4, 7)
     before = read_config(["--local-rank=1", "--model.n_layer", "5", "--train.max_steps", "7", str(file)])
+    prompt = "train.py --data.source a.txt --data.source b.txt"  # is a text, and gives no source twice
+    assert read_config([f"--train.sample_prompt={prompt}"]).train.sample_prompt == prompt
     assert before == config  # wherever the file stands
 
 
