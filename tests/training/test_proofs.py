@@ -176,6 +176,9 @@ def test_targets_that_each_position_has_read_are_not_trained(run, corpus_file, t
     MUTANTS["targets are the inputs"](monkeypatch)
     run(train, *words).refused("the targets are the inputs, which each position has read")
     assert not (tmp_path / "run/checkpoints").exists()
+    one_token = Batches(np.full(17, 7), 3, 11, seed=0)  # of which it cannot be told
+    eager = partial(next_token_loss, dtype=torch.float32)
+    prove_loss(make_gpt(), eager, eager, torch.float32, one_token)
 
 
 def test_what_a_forward_pass_moves_is_put_back() -> None:
