@@ -193,6 +193,12 @@ def difference(before: Tensor, after: Tensor) -> Tensor:
     return (after - before).abs().amax(-1) / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
+def drop_alike(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Drop the same of each row, in place of `F.dropout`: without it a mask that it drops would seem whole."""
+    numbers = torch.arange(1, input.size(-1) + 1, device=input.device) * 0.618 % 1
+    return input * (numbers >= p) if training else input
+
+
 @dataclass
 class Prober:
     """Tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault.
@@ -469,11 +475,11 @@ class Prober:
             raise Finding(f"a sequence changes when the others of its batch do: {effect}")
         raise Finding(f"position {query} sees token {key}, which it must not see: {effect}", query, key)
 
-    @patch("torch.nn.functional.dropout", lambda x, *_, **__: x)
+    @patch("torch.nn.functional.dropout", drop_alike)
     def vanishes(self, found: Tensor, again: Callable[[], Tensor], is_derivative: bool = False) -> bool:
         """Return whether a difference is one of rounding: tiny, and gone in float64, where a leak remains.
 
-        Dropout is left out: its random numbers are others where later tokens are for other experts, which draw more.
+        Dropout drops alike: its random numbers are others where later tokens are for other experts, which draw more.
         found: the difference, as a part of the logits; again: a function that measures it again. Without a float64 to
         ask in, on the device or on a CPU, what is tiny passes if the check is not strict, but not a derivative: where
         nothing is seen, it is zero without rounding.

@@ -85,7 +85,7 @@ class Stream(Writers):
             pairs = zip(pull(written, allow_unused=True), written, strict=True)
             error = part_of(back * x for back, x in pairs if back is not None) - hidden
             rounding = max(TOLERANCE[x.dtype] for x in [hidden, *written])  # under autocast that of linear layers
-            if is_other.float().mean() > 0.5 or not error.norm() <= 10 * rounding * hidden.norm():
+            if len(weight) < V or is_other.float().mean() > 0.5 or not error.norm() <= 10 * rounding * hidden.norm():
                 raise UserError(UNKNOWN)
 
         @torch.inference_mode(False)
@@ -110,7 +110,7 @@ def attribute_logits(
     `Stream.unembedding` does.
     """
     logits_of = stream.unembedding(known)
-    V, C = stream.last[1].shape
+    V, C = known.size(-1), stream.last[1].size(1)
     T = att.shape[-1]
     n = min(NUM_LIKELIEST, V // 2)
     device = stream.last[1].device

@@ -167,7 +167,7 @@ class Dropping(Experts):
     """Experts that end with dropout: how many numbers they draw depends on later tokens."""
 
     def __init__(self, leak: float = 0.0) -> None:
-        super().__init__(leak, lambda x, expert: F.dropout(F.linear(x, expert), 0.3, self.training))
+        super().__init__(leak, lambda x, expert: F.dropout(input=F.linear(x, expert), p=0.3, training=self.training))
 
 
 def only_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -204,6 +204,22 @@ def test_rounding_is_no_leak_and_a_leak_is_no_rounding(make: Callable, how: str)
     for leak in (1e-2, 1e-5, 1e-6, 1e-7, 1e-9, 1e-12):
         outcome = check_causality(make(leak), V, T)
         assert not outcome.ok and outcome.key > outcome.query, leak
+
+
+def test_dropout_that_takes_a_mask_away_is_a_leak() -> None:
+    """Of scores, before their softmax, as by mistake: what is hidden by a number is 0 where it is dropped."""
+    model = Plain()
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = model.qkv(x).chunk(3, dim=-1)
+        future = torch.ones(x.size(1), x.size(1)).triu(1).bool()
+        return F.dropout((q @ k.mT).masked_fill(future, -1e9), 0.1, model.training).softmax(-1) @ v
+
+    model.attend = attend
+    answer = judge(model)
+    assert answer.startswith("no, position 0 sees token ") and "(in training" in answer
+    model.eval().train = lambda mode: model
+    assert judge(model) == YES
 
 
 class OnApple(TorchFunctionMode):

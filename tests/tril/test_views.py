@@ -140,6 +140,22 @@ def test_another_head_over_the_vocabulary_is_not_taken_for_the_unembedding() -> 
     assert inspect_heads(model, IDX).logit_attribution == {}
 
 
+def test_a_layer_with_fewer_rows_than_logits_is_not_taken_for_the_unembedding() -> None:
+    """As the value head of reinforcement learning, whose one number is the largest where token 0 is the likeliest."""
+    model = make_gpt(n_embd=15)
+    value = nn.Linear(15, 1)
+    first = 99 * (torch.arange(17) == 0)
+    model.lm_head.register_forward_hook(lambda _, inputs, output: output + first + 0 * value(inputs[0]))
+    assert inspect_heads(model, IDX).logit_attribution == {}
+
+
+def test_of_few_tokens_whose_rows_are_padded_some_are_likeliest_and_others_unlikeliest() -> None:
+    model = make_gpt(n_embd=15, vocab_size=3)
+    model.lm_head.pads_on = "cpu"
+    found = inspect_heads(model, torch.randint(3, (1, T)))
+    assert {tokens.shape for tokens, _ in found.logit_attribution.values()} == {(T, 2)}
+
+
 def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -> None:
     model = make_gpt().eval()
     att, stream, _ = captured(model, torch.randint(17, (1, T)))
