@@ -77,7 +77,7 @@ def read_config(argv: list[str]) -> Config:
     for file in files:
         given |= names_in(options_in(file))
     on_gpu = find_device(config.train.device).type == "cuda"
-    if config.data.source != DataConfig.source:
+    if config.data.source != parse(Config, [], QUICKSTART).data.source:
         config = replace(config, given=frozenset(given))
         tokenizer = tokenizer_for(config.data, on_gpu) if "data.tokenizer" not in given else ""
         name = re.sub(r"\W+", "-", Path(config.data.source).resolve().stem).strip("-")
