@@ -71,13 +71,14 @@ def read_config(argv: list[str]) -> Config:
         words = chain.from_iterable(RENAMED.get(word, [word]) for word in options_in(file))
         return parse(Config, [*words, *argv, "--train.out_dir", asked.resume])
     files = [asked.config] if asked.config else []
-    config = parse(Config, argv, QUICKSTART, *files)  # --help shows these values
+    quickstart = parse(Config, [], QUICKSTART)
+    config = parse(Config, argv, *files, defaults=quickstart)  # --help shows these values
     if config.train.init_from:
         return fit_to_model(argv, files, config.train.init_from)
     for file in files:
         given |= names_in(options_in(file))
     on_gpu = find_device(config.train.device).type == "cuda"
-    if config.data.source != parse(Config, [], QUICKSTART).data.source:
+    if config.data.source != quickstart.data.source:
         config = replace(config, given=frozenset(given))
         tokenizer = tokenizer_for(config.data, on_gpu) if "data.tokenizer" not in given else ""
         name = re.sub(r"\W+", "-", Path(config.data.source).resolve().stem).strip("-")
